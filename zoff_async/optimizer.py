@@ -390,7 +390,7 @@ class _OffloadOptimizer(torch.optim.Optimizer):
                 if not parameter.requires_grad or (known is not None and known.entry_of(parameter) is not None):
                     continue
                 name = names[position] if names else f"param_groups[{number}]['params'][{position}]"
-                _check_parameter(parameter, name)
+                _check_parameter(parameter, repr(name) if names else name)
                 notice = self._config.notice_edits
                 entries.append(Entry(parameter, name, self._entry_count, number, wants_fingerprint=notice))
                 self._entry_count += 1

@@ -10,9 +10,6 @@ from zoff_async.bucket import Bucket
 from zoff_async.config import OffloadConfig
 from zoff_async.scheduler import Action, Layout, LiveStep, Policy, StepPlan, overlap
 
-#: A plan is built anew so often for another order of gradients: a model whose order changes every step keeps one.
-MOST_BACKWARD_ORDERS = 3
-
 #: A user's own node: ``await run(action, step)``.
 NodeRun = Callable[[Action, LiveStep], Awaitable[Any]]
 
@@ -41,8 +38,6 @@ class Planner:
         self._node_done = node_done
         self._buckets: Sequence[Bucket] = ()
         self._forward_order: tuple[int, ...] = ()
-        self._backward_order: tuple[int, ...] = ()
-        self._backward_orders = 0
 
     @property
     def adam_in_backward(self) -> bool:
@@ -66,25 +61,19 @@ class Planner:
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Plan for these buckets from now on."""
         self._buckets = buckets
-        self._forward_order = self._backward_order = ()
-        self._backward_orders = 0
+        self._forward_order = ()
         self.plan = self._build()
 
-    def learn(self, reads: Sequence[int], arrivals: Sequence[int]) -> None:
-        """Let uploads follow the order in which a forward has read the buckets, and copies that of their gradients.
+    def learn(self, reads: Sequence[int]) -> None:
+        """Let uploads follow the order in which a forward has read the buckets, where it differs from the plan's.
 
-        Orders decide priorities and slots, and no bit of the result.
+        The order of gradients is not learned: copy slots are passed on in it from step to step, so it stays.
         """
-        buckets = range(len(self._buckets))
-        forward = _put_right(self._forward_order or tuple(reversed(buckets)), reads)
-        backward = _put_right(self._backward_order or tuple(buckets), arrivals)
-        if backward is not None and self._backward_orders < MOST_BACKWARD_ORDERS:
-            self._backward_orders += 1
-            self._backward_order = backward
-        elif forward is None:
+        planned = self._forward_order or tuple(reversed(range(len(self._buckets))))
+        known = set(reads)
+        if len(reads) < 2 or list(reads) == [bucket for bucket in planned if bucket in known]:
             return
-        if forward is not None:
-            self._forward_order = forward
+        self._forward_order = (*reads, *(bucket for bucket in planned if bucket not in known))
         self.plan = self._build()
 
     def next_plan(self, steps_done: int) -> StepPlan:
@@ -100,8 +89,7 @@ class Planner:
             workers=self._workers,
             clip=self._clip,
             backwards=self._config.backwards_per_step,
-            backward_order=self._backward_order,
-            forward_order=self._forward_order or tuple(reversed(range(len(self._buckets)))),
+            forward_order=self._forward_order,
             bucket_bytes=tuple(bucket.nbytes for bucket in self._buckets),
         )
 
@@ -123,14 +111,6 @@ class Planner:
             return times
 
         return noted
-
-
-def _put_right(planned: Sequence[int], observed: Sequence[int]) -> tuple[int, ...] | None:
-    """The planned order put right by what was observed of it; None if that fits."""
-    known = set(observed)
-    if len(observed) < 2 or list(observed) == [bucket for bucket in planned if bucket in known]:
-        return None
-    return (*observed, *(bucket for bucket in planned if bucket not in known))
 
 
 def nodes_before_forward(plan: StepPlan) -> set[Action]:

@@ -113,7 +113,6 @@ class Runtime:
         self._live: LiveStep | None = None
         self._last: Step | None = None  # the last step that was closed
         self._forward_reads: tuple[int, ...] = ()  # of the open step's first forward
-        self._arrival_order: dict[int, None] = {}  # of its first backward
         self._set_states([BucketState(bucket, rule) for bucket in self._pack(entries)])
         self._planner.set_buckets([state.bucket for state in self.states])
         self._weights.gate_model()
@@ -278,7 +277,6 @@ class Runtime:
         self._planner.set_buckets([state.bucket for state in self.states])
         self._weights.take_reads()
         self._forward_reads = ()  # they name buckets that are no more
-        self._arrival_order = {}
         if not self.started:
             return
         held = [parameter for parameter, source in self.intake.sources.items() if parameter.grad is source.stand_in]
@@ -452,9 +450,8 @@ class Runtime:
         step, plan = self._open_step()
         self._weights.gate_model()
         marker = self.device.mark()
-        self._planner.learn(self._forward_reads, tuple(self._arrival_order))
+        self._planner.learn(self._forward_reads)
         self._forward_reads = ()
-        self._arrival_order = {}
         self._weights.expect(step, nodes_before_forward(plan))
         self._last = step
         self.portal.run(self._advance_on_loop, step, closing, marker)
@@ -731,8 +728,6 @@ class Runtime:
             self._recorder.waited("room", start_s, end_s)
 
     def arrived(self, arrival: Arrival) -> None:
-        if not arrival.wave and arrival.positions:
-            self._arrival_order.setdefault(arrival.bucket.index)
         self.portal.post(self._arrived_on_loop, arrival, self._instant(arrival.marker))
 
     def _arrived_on_loop(self, arrival: Arrival, at: float | Marker) -> None:

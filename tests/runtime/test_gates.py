@@ -394,7 +394,10 @@ def test_what_is_not_read_is_not_waited_for():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     device = EmulatedDevice()
     optimizer = zoff.OffloadAdamW(
-        model.named_parameters(), lr=0.5, model=model, config=zoff.OffloadConfig(device=device, bucket_bytes=1)
+        model.named_parameters(),
+        lr=0.5,
+        model=model,
+        config=zoff.OffloadConfig(device=device, bucket_bytes=1, workers=1),
     )
     with closing(optimizer):
         model(torch.ones(1, 4)).sum().backward()

@@ -219,7 +219,7 @@ def test_a_closed_optimizer_frees_its_state():
     assert weight() is None
 
 
-@pytest.mark.parametrize(("policy", "steps"), [("overlap", 500), ("in_backward", 200), ("delayed", 200)])
+@pytest.mark.parametrize(("policy", "steps"), [("overlap", 500), ("in_backward", 100), ("delayed", 100)])
 def test_many_steps_grow_nothing(policy, steps):
     """Tasks, threads, objects and blocks of memory at the end are those of a fifth of the way."""
     torch.manual_seed(0)

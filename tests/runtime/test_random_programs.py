@@ -226,7 +226,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_random_loop_gives_torchs_numbers_and_one_set_of_bits(seed):
     program = random_program(seed, whole_gradients=False)
     wanted = outcome_of(our_player("serial"), program)
@@ -247,7 +247,7 @@ def test_a_random_loop_gives_torchs_numbers_and_one_set_of_bits(seed):
         assert wanted.counts[name] == (float(state["step"]) if state else 0)
 
 
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", range(100, 112))
 def test_a_random_loop_with_adam_in_backward_gives_the_same_bits(seed):
     program = random_program(seed, whole_gradients=True)
     variant = list(VARIANTS)[seed % len(VARIANTS)]
@@ -257,7 +257,7 @@ def test_a_random_loop_with_adam_in_backward_gives_the_same_bits(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(200, 212))
+@pytest.mark.parametrize("seed", range(200, 208))
 def test_a_random_delayed_loop_has_one_set_of_bits(seed):
     """Whatever the device, sizes and gates; edits are left out, for they are refused with an update pending."""
     program = [step for step in random_program(seed, whole_gradients=True) if step[0] != "edit"]

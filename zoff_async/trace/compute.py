@@ -47,6 +47,7 @@ class _Backward(NamedTuple):
     number: int
     plan: StepPlan | None
     pieces: Pieces | None
+    buckets: int  # each of them arrives once
     forward: Instant | None
     reads: tuple[Read, ...]
     began: Instant
@@ -60,6 +61,7 @@ class ComputeSpans:
         self.forward: Instant | None = None
         self._plan: StepPlan | None = None
         self._pieces: Pieces | None = None
+        self._buckets = 1
         self._open: deque[_Backward] = deque()
         self._spans: deque[Span] = deque()
         self._waits: deque[tuple[int, Wait]] = deque()
@@ -69,6 +71,8 @@ class ComputeSpans:
 
     def opened(self, plan: StepPlan, pieces: Pieces | None) -> None:
         """The step that is opened now has this plan."""
+        if plan is not self._plan:
+            self._buckets = 1 + max((action.bucket or 0 for action in plan.actions), default=0)
         self._plan, self._pieces = plan, pieces
 
     def backward_began(self, step: int, number: int, at: Instant, reads: Iterable[Read]) -> None:
@@ -76,7 +80,10 @@ class ComputeSpans:
         forward, self.forward = self.forward, None
         self._settle()
         with self._lock:
-            self._open.append(_Backward(step, number, self._plan, self._pieces, forward, tuple(reads), at, []))
+            seen = _Backward(
+                step, number, self._plan, self._pieces, self._buckets, forward, tuple(reads), at, arrivals=[]
+            )
+            self._open.append(seen)
 
     def arrived(self, step: int, number: int, bucket: int, at: Instant) -> None:
         """See ``Recorder``."""
@@ -167,10 +174,8 @@ class ComputeSpans:
 
 def _is_whole(backward: _Backward) -> bool:
     """Whether nothing more can become known of it: the last of its arrivals is the last point to be reached."""
-    plan = backward.plan
-    buckets = 1 + max((action.bucket or 0 for action in plan.actions), default=0) if plan is not None else 1
     arrivals = backward.arrivals
-    return len(arrivals) >= buckets and _seconds(arrivals[-1][1]) is not None
+    return bool(arrivals) and len(arrivals) >= backward.buckets and _seconds(arrivals[-1][1]) is not None
 
 
 def _waits(backward: _Backward) -> Iterable[Wait]:
